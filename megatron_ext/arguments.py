@@ -1,0 +1,169 @@
+"""The extension's flags, and everything that is refused before training starts.
+
+One frozen dataclass per component; a field is a flag (``moe_router_bias_update_rule`` is
+``--moe-router-bias-update-rule``), its docstring the help. Annotations are evaluated here (no
+``__future__`` import): Megatron makes the flags of them.
+"""
+
+import argparse
+import difflib
+import functools
+import os
+import sys
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NoReturn
+
+from megatron_ext.moe.bias import Rule
+
+USAGE_ERROR = 2
+"""Exit status for bad input, argparse's own."""
+
+
+class FlagError(ValueError):
+    """A flag that cannot be honoured. The message names the flag, its value and what to do."""
+
+
+@dataclass(frozen=True)
+class ExpertBalanceConfig:
+    """Auxiliary-loss-free balance of a mixture of experts."""
+
+    title: ClassVar[str] = "megatron_ext: expert balance"
+
+    moe_router_bias_update_rule: Rule = "sign"
+    """How the router's expert bias follows the load: sign is Megatron's own rule (DeepSeek-V3),
+    centered-sign (Moonlight) keeps the mean of the bias where it is. Needs
+    --moe-router-enable-expert-bias."""
+
+    def check(self, args: Namespace) -> None:
+        if self.moe_router_bias_update_rule == "sign":
+            return
+        if not args.moe_router_enable_expert_bias:
+            raise FlagError(
+                f"--moe-router-bias-update-rule {self.moe_router_bias_update_rule} changes a bias "
+                "that is not there: add --moe-router-enable-expert-bias"
+            )
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Metrics as JSON lines, for programs; Megatron's log stays as it is."""
+
+    title: ClassVar[str] = "megatron_ext: metrics"
+
+    metrics_dir: str | None = None
+    """Folder for metrics.jsonl (loss, grad norm, learning rate and expert load per log interval,
+    held-out loss per evaluation; the same bits for the same seed) and timing.jsonl."""
+
+    def check(self, args: Namespace) -> None:
+        if self.metrics_dir is None:
+            return
+        if not self.metrics_dir:
+            raise FlagError("--metrics-dir is empty: name a folder, or leave the flag out")
+        try:
+            os.makedirs(self.metrics_dir, exist_ok=True)
+        except OSError as error:
+            raise FlagError(
+                f"--metrics-dir {self.metrics_dir} cannot be made: {error.strerror}"
+            ) from error
+
+
+COMPONENTS: tuple[Any, ...] = (ExpertBalanceConfig, MetricsConfig)
+
+
+def config_from_args(component: Any, args: Namespace) -> Any:
+    """The component's dataclass filled from Megatron's parsed arguments."""
+    return component(**{field.name: getattr(args, field.name) for field in fields(component)})
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the extension's groups to Megatron's parser, and errors of one line."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    for component in COMPONENTS:
+        ArgumentGroupFactory(component).build_group(parser, title=component.title)
+    parser.error = functools.partial(_one_line_error, parser)  # type: ignore[method-assign]
+    return parser
+
+
+def check(args: Namespace) -> None:
+    """Raises FlagError for what cannot work. ``args`` as parsed, Megatron's checks yet to come."""
+    stages = args.pipeline_model_parallel_size
+    if args.num_layers is not None and stages > args.num_layers:
+        raise FlagError(
+            f"--pipeline-model-parallel-size {stages} leaves stages without a layer: there are "
+            f"{args.num_layers} (--num-layers); use at most {args.num_layers} stages"
+        )
+    for component in COMPONENTS:
+        config_from_args(component, args).check(args)
+
+
+def parse_args(original: Callable) -> Callable:
+    """Megatron's parser with our flags; with the stand-in, its defaults and refusals too."""
+
+    @functools.wraps(original)
+    def parse_args(
+        extra_args_provider: Callable | None = None, ignore_unknown_args: bool = False
+    ) -> Namespace:
+        from megatron_ext import cpu
+
+        def all_arguments(parser: ArgumentParser) -> ArgumentParser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            add_arguments(parser)
+            if cpu.wanted():
+                from megatron_ext.cpu import flags
+
+                flags.set_defaults(parser)
+            return parser
+
+        return original(all_arguments, ignore_unknown_args)
+
+    return parse_args
+
+
+def validate_args(original: Callable) -> Callable:
+    """Our checks, then Megatron's; a refusal of either ends the run with one line."""
+
+    @functools.wraps(original)
+    def validate_args(args: Namespace, *defaults: Any, **more: Any) -> Any:
+        from megatron_ext import cpu
+
+        try:
+            check(args)
+            if cpu.wanted():
+                from megatron_ext.cpu import flags
+
+                flags.refuse(args)
+            return original(args, *defaults, **more)
+        except (FlagError, AssertionError, ValueError) as error:
+            message = " ".join(str(error).split())
+            if not message:  # a bare assert: its own line of source says the most
+                line = traceback.extract_tb(error.__traceback__)[-1]
+                message = f"Megatron asks for: {line.line}"
+            fail(message)
+
+    return validate_args
+
+
+def fail(message: str) -> NoReturn:
+    """Ends this rank with exit status 2; rank 0 prints the line."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"megatron_ext: error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(USAGE_ERROR)
+
+
+def _one_line_error(parser: ArgumentParser, message: str) -> NoReturn:
+    """argparse would print the usage of a thousand flags first."""
+    prefix = "unrecognized arguments: "
+    if message.startswith(prefix):
+        first = message.removeprefix(prefix).split()[0].partition("=")[0]
+        near = difflib.get_close_matches(first, _flags(parser), n=1)
+        message += f" (did you mean {near[0]}?)" if near else " (--help lists them all)"
+    fail(message)
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings]

@@ -1,0 +1,1 @@
+"""Metrics of a run as JSON lines: written by an adapter to Megatron's loop, read by reports."""

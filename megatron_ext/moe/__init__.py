@@ -1,0 +1,1 @@
+"""Auxiliary-loss-free balance of a mixture of experts: pure rules and their Megatron adapter."""
