@@ -96,6 +96,12 @@ def check(args: Namespace) -> None:
             f"--pipeline-model-parallel-size {stages} leaves stages without a layer: there are "
             f"{args.num_layers} (--num-layers); use at most {args.num_layers} stages"
         )
+    decay = args.lr_decay_iters or args.train_iters
+    if args.lr_warmup_iters and decay and args.lr_warmup_iters >= decay:
+        raise FlagError(
+            f"--lr-warmup-iters {args.lr_warmup_iters} leaves no iteration to decay in: use less "
+            f"than {decay} (--lr-decay-iters, or --train-iters without it)"
+        )
     for component in COMPONENTS:
         config_from_args(component, args).check(args)
 

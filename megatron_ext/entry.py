@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.arguments import fail
+from megatron_ext.launch.ranks import die_with_launcher
 
 
 def prepare() -> None:
@@ -11,6 +12,7 @@ def prepare() -> None:
     from megatron_ext.cpu import DeviceChoiceError
     from megatron_ext.install import IncompatibleMegatron
 
+    die_with_launcher()
     try:
         megatron_ext.install()
     except (DeviceChoiceError, IncompatibleMegatron) as error:

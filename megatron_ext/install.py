@@ -76,16 +76,19 @@ class Name:
     def put(self) -> Callable[[], None]:
         """Replaces the name. Returns the function that puts the original back."""
         owner, name = _owner(self.target)
+        inherited = name not in vars(owner)
         # A class's __dict__ keeps a staticmethod what it is; getattr would unwrap it.
-        original = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
+        original = getattr(owner, name) if inherited else vars(owner)[name]
         replacement = resolve(self.make)(original)
         setattr(owner, name, replacement)
 
         def put_back() -> None:
             if vars(owner).get(name) is not replacement:
                 warnings.warn(f"{self.target} was replaced again by others: left", stacklevel=3)
-                return
-            setattr(owner, name, original)
+            elif inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
         return put_back
 
@@ -109,10 +112,16 @@ class Context:
     def put(self) -> Callable[[], None]:
         context: AbstractContextManager[Any] = resolve(self.make)()
         context.__enter__()
-        return lambda: context.__exit__(None, None, None) and None
+
+        def leave() -> None:
+            context.__exit__(None, None, None)
+
+        return leave
 
 
 _CPU_TORCH = "megatron_ext.cpu.torch_names"
+_PLACEMENT = "megatron_ext.cpu.placement"
+_PLACES = "Megatron places tensors on 'cuda', on its index, or on torch.device('cuda')"
 _CPU_MEGATRON = "megatron_ext.cpu.megatron_names"
 _ADAM = "megatron_ext.torch_adam"
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -150,10 +159,26 @@ TABLE: tuple[Name | Context, ...] = (
         on="cpu",
         parameters="tensor_list, tensor, group, async_op",
     ),
-    Context(
-        "torch functions given device='cuda'",
-        "megatron_ext.cpu.device_mode:CudaMeansCpu",
-        "Megatron places tensors on 'cuda' and compares type names with 'torch.cuda.*'",
+    *(
+        Name(f"torch:{name}", f"{_PLACEMENT}:takes_device", _PLACES, on="cpu")
+        for name in (
+            *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye"),
+            *("full", "full_like", "linspace", "logspace", "ones", "ones_like", "rand"),
+            *("rand_like", "randint", "randint_like", "randn", "randn_like", "randperm"),
+            *("tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+            *("Tensor.new_empty", "Tensor.new_full", "Tensor.new_ones", "Tensor.new_tensor"),
+            "Tensor.new_zeros",
+        )
+    ),
+    Name("torch:Tensor.to", f"{_PLACEMENT}:to", _PLACES, on="cpu"),
+    Name("torch:Tensor.cuda", f"{_PLACEMENT}:stay", _PLACES, on="cpu"),
+    Name("torch:Tensor.pin_memory", f"{_PLACEMENT}:stay", "only a GPU can pin memory", on="cpu"),
+    Name("torch:Tensor.is_pinned", f"{_CPU_TORCH}:never", "the same", on="cpu"),
+    Name("torch:Tensor.record_stream", f"{_CPU_TORCH}:nothing", "there is no stream", on="cpu"),
+    Name(
+        "torch:Tensor.type",
+        f"{_PLACEMENT}:type_name",
+        "Megatron's optimizers compare type names with 'torch.cuda.*'",
         on="cpu",
     ),
     # Megatron, where there is no GPU.
@@ -305,7 +330,7 @@ def install() -> None:
             f"megatron_ext was written for megatron-core {CHECKED_MEGATRON}, and megatron-core "
             f"{megatron_version()} or the installed torch differs where it matters:\n  "
             + "\n  ".join(problems)
-            + f"\nInstall megatron-core=={CHECKED_MEGATRON}, or a release of megatron_ext for yours."
+            + f"\nInstall megatron-core=={CHECKED_MEGATRON}, or a megatron_ext for yours."
         )
 
 

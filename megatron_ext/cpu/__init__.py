@@ -2,7 +2,7 @@
 
 ``cuda`` becomes another word for ``cpu``:
 
-- :mod:`~megatron_ext.cpu.device_mode`   tensors placed on ``cuda`` land on the CPU
+- :mod:`~megatron_ext.cpu.placement`     tensors placed on ``cuda`` land on the CPU
 - :mod:`~megatron_ext.cpu.torch_cuda`    what stands in the place of the module ``torch.cuda``
 - :mod:`~megatron_ext.cpu.torch_names`, :mod:`~megatron_ext.cpu.megatron_names`
                                          the other names, a function each

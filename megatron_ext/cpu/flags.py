@@ -78,6 +78,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "--overlap-moe-expert-parallel-comm",
         "it overlaps CUDA streams",
     ),
+    "multi_latent_attention": (
+        False,
+        "--multi-latent-attention",
+        "Megatron's local attention has one width for keys and values; only TE's has two",
+    ),
     "profile": (False, "--profile", "it starts the CUDA profiler"),
     "record_memory_history": (False, "--record-memory-history", "it records CUDA's allocator"),
     "log_energy": (False, "--log-energy", "it reads the GPU's meter"),

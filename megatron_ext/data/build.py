@@ -107,7 +107,7 @@ def prepare(options: Options, progress: Progress = _silent) -> DatasetInfo:
         info = _describe(folder, corpus, options, fingerprint, tokenizer, dtype, split_infos)
         info.write()
         try:
-            publish(folder, output)
+            publish(folder, output, options.force)
         except OSError:
             # Another process may have finished the same dataset first.
             if options.force or read_info_file(output) is None:

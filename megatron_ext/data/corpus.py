@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_ext.data.errors import DataError
 
 Progress = Callable[[str, int, int], None]
-"""``progress(stage, done, total)``; ``total`` is 0 while nobody can know it."""
+"""``progress(stage, done, total)``, from any thread; ``total`` is 0 if nobody can know it."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,8 @@ def reporter() -> Iterator[Progress]:
     if not sys.stdout.isatty():
         yield _Lines()
         return
-    try:
-        from rich import progress as rich
-    except ModuleNotFoundError:
-        yield _Lines()
-        return
+    from rich import progress as rich
+
     bar = rich.Progress(
         rich.TextColumn("{task.description}"),
         rich.BarColumn(),

@@ -71,13 +71,14 @@ def staging(output: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def publish(folder: Path, output: Path) -> None:
-    """Move the complete ``folder`` to ``output``; an older dataset there is replaced.
+def publish(folder: Path, output: Path, force: bool) -> None:
+    """Move the complete ``folder`` to ``output``, which replaces an older dataset if ``force``.
 
     Raises:
-        OSError: the move failed; an older dataset is back in its place.
+        OSError: the move failed, as it does without ``force`` if something is there by now; an
+            older dataset is in its place as before.
     """
-    if not output.exists() or not any(output.iterdir()):
+    if not force or not output.exists():
         os.rename(folder, output)
         return
     older = folder.with_name(f"{folder.name}-older")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +21,7 @@ from megatron_ext.data.errors import DataError
 
 EOD = "<|endoftext|>"
 
-# Short, because training notices Ctrl-C once in 256 pieces.
+# Short, because training asks for 256 pieces at a time, and can be stopped only then.
 _PIECE_CHARACTERS = 1 << 13
 _BATCH_CHARACTERS = 1 << 21
 # GPT-2's pattern never joins a non-space with white space after it. Python's \S is at least as
@@ -41,7 +43,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    stop = Event()
+    # In a thread of its own, because Python tells only a main thread that waits in Python of
+    # Ctrl-C: from inside the training it would be heard when the training is over.
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        training = pool.submit(tokenizer.train_from_iterator, _until(stop, texts), trainer)
+        try:
+            training.result()
+        except BaseException:
+            stop.set()
+            raise
     # Added after training, so that it takes the last id and no part in the merges.
     tokenizer.add_special_tokens([EOD])
     tokenizer.encode_special_tokens = True
@@ -94,6 +105,14 @@ def pieces(text: str, characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
         yield text[start : cut.start()]
         start = cut.start()
     yield text[start:]
+
+
+def _until(stop: Event, texts: Iterable[str]) -> Iterator[str]:
+    """The texts; an error, which ends the training, once ``stop`` is set."""
+    for text in texts:
+        if stop.is_set():
+            raise RuntimeError("stopped")
+        yield text
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:

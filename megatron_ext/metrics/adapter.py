@@ -99,7 +99,7 @@ def _record_iteration(recorder: _Recorder, args: Any, call: dict[str, Any]) -> N
                 "iteration": iteration,
                 "train_iters": args.train_iters,
                 "lm_loss": row["lm_loss"],
-                "seconds": seconds,
+                "seconds_per_iteration": seconds / recorder.iterations,
                 "tokens_per_second": tokens / seconds,
             },
         )
@@ -140,7 +140,7 @@ def evaluate(original: Callable) -> Callable:
                 split, iteration = recorder.evaluating
                 row = {"kind": "eval", "split": split, "iteration": iteration}
                 row["lm_loss"] = losses["lm loss"].item()
-                files.append(recorder.metrics, row)
+                files.replace(recorder.metrics, row, key=("kind", "split", "iteration"))
             recorder.since += time.perf_counter() - started
         return result
 

@@ -31,9 +31,19 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def keep_up_to(path: Path, iteration: int) -> None:
     """Drops rows of later iterations: a run resumed from a checkpoint writes them anew."""
-    if not path.exists():
-        return
-    rows = [row for row in read(path) if row["iteration"] <= iteration]
+    if path.exists():
+        _write(path, [row for row in read(path) if row["iteration"] <= iteration])
+
+
+def replace(path: Path, row: dict[str, Any], key: tuple[str, ...]) -> None:
+    """Appends the row; one that has the same values under ``key`` gives way."""
+    same = [old for old in read(path) if all(old.get(name) == row[name] for name in key)]
+    if same:
+        _write(path, [old for old in read(path) if old not in same])
+    append(path, row)
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.replace(temporary, path)

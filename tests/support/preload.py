@@ -10,5 +10,5 @@ import megatron_ext
 
 megatron_ext.install()
 
-import megatron.training.checkpointing
-import megatron.training.training  # noqa: F401
+import megatron.training.checkpointing  # noqa: E402
+import megatron.training.training  # noqa: E402, F401

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,8 @@ def run_ranks(
             return [pipe.recv() for pipe in pipes]
         finally:
             for process in processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
 
@@ -85,6 +89,7 @@ def _wait(processes: list[Any], deadline: float, directory: str) -> None:
 def _rank(
     rank: int, world_size: int, port: int, log: str, pipe: Any, function: Callable, args: Any
 ) -> None:
+    os.setsid()  # so that children of this rank, such as checkpoint writers, end with it
     file = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)

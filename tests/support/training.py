@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.metrics import files
 from support.ranks import run_ranks
+
+from megatron_ext.metrics import files
 
 TINY = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "

@@ -1,0 +1,1 @@
+"""Starting ranks: on one machine, with progress, and with the failed rank named."""

@@ -1,0 +1,1 @@
+"""Distributed Muon: the orthogonalisation of a matrix, and what places it on many ranks."""
