@@ -34,9 +34,9 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 DEFAULT_ARCHS = ("8.0", "9.0", "10.0")
-"""A100, H100 and H200, B200. Code for x.0 runs on every x.y; PTX of the last serves what follows."""
+"""A100; H100, H200; B200. Code for x.0 runs on every x.y, PTX of the last one on what follows."""
 
-CXX_FLAGS = ["-O3", "-g0", "-Wall"]  # -g0: Python's own flags may ask for debug information (10 MB)
+CXX_FLAGS = ["-O3", "-g0", "-Wall"]  # -g0: Python's own flags may ask for -g, 10 MB
 
 
 class CudaUnavailable(Exception):
@@ -102,7 +102,10 @@ def find_toolkit() -> Toolkit:
         )
 
     def ask(option: str) -> str:
-        return subprocess.check_output([home / "bin/nvcc", option], text=True)
+        try:
+            return subprocess.check_output([home / "bin/nvcc", option], text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise CudaUnavailable(f"nvcc does not run: {error}") from error
 
     release = re.search(r"release (\d+\.\d+)", ask("--version"))
     if release is None:

@@ -342,8 +342,9 @@ def uninstall() -> None:
 
 
 def megatron_version() -> str:
-    """Version of the Megatron core that Python finds, e.g. ``"0.19.2"``."""
-    return importlib.import_module("megatron.core.package_info").__version__
+    """Release of the Megatron core that Python finds, e.g. ``"0.19.2"``."""
+    version = importlib.import_module("megatron.core.package_info").__version__
+    return str(version.partition("+")[0])  # the wheel appends the commit it was built from
 
 
 def _warn_about_unknown_version() -> None:

@@ -25,7 +25,7 @@ VOCABULARY = 512
 MODEL = """
     --num-layers 4 --hidden-size 96 --num-attention-heads 4 --seq-length 128
     --max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm
-    --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --swiglu --disable-bias-linear --init-method-std 0.04 --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0
 """
 EXPERTS = """
@@ -38,7 +38,7 @@ LAYOUT = """
     --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer
 """
 TRAINING = """
-    --micro-batch-size 8 --global-batch-size 32 --optimizer adam --adam-beta2 0.95
+    --micro-batch-size 8 --global-batch-size 16 --optimizer adam --adam-beta2 0.95
     --lr 6e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1
     --clip-grad 1.0 --seed 1234 --num-workers 0 --log-interval 10
     --eval-interval 100 --eval-iters 16 --save-interval 50
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/quickstart"), help="default: runs/quickstart"
     )
-    parser.add_argument("--iterations", type=int, default=300, help="default: 300")
+    parser.add_argument("--iterations", type=int, default=400, help="default: 400")
     parser.add_argument("--restart", action="store_true", help="delete the run in --run-dir first")
     parser.add_argument("--master-port", type=int, help="default: a free one")
     own, more = parser.parse_known_args()

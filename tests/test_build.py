@@ -1,4 +1,4 @@
-"""What setup.py decides, without compiling anything, and what the installed build says of itself."""
+"""What setup.py decides, without compiling, and what the installed build says of itself."""
 
 import importlib.util
 import os
@@ -102,6 +102,14 @@ def test_impossible(home, cuda, why, toolkit, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_EXT_CUDA", "1")
     with pytest.raises(SystemExit, match=f"MEGATRON_EXT_CUDA=1, but .* cannot be built: .*{why}"):
         setup.choose_cuda(torch_build(cuda))
+
+
+def test_broken_nvcc(toolkit, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    (toolkit / "bin/nvcc").write_text("#!/bin/sh\nexit 1\n")
+    found, reason = setup.choose_cuda(torch_build())
+    assert found is None
+    assert reason.startswith("nvcc does not run")
 
 
 def test_minor_versions_may_differ(toolkit, monkeypatch):

@@ -36,10 +36,9 @@ at::Tensor newton_schulz_cuda(const at::Tensor& matrix, const std::vector<Coeffi
   for (const auto& [a, b, c] : steps) {
     at::mm_out(gram, x, x.t());
     at::mm_out(polynomial, gram, gram);
-    C10_CUDA_CHECK(launch_polynomial(gram.const_data_ptr<float>(),
-                                     polynomial.mutable_data_ptr<float>(), gram.size(0),
-                                     static_cast<float>(a), static_cast<float>(b),
-                                     static_cast<float>(c), stream));
+    C10_CUDA_CHECK(launch_polynomial(
+        gram.const_data_ptr<float>(), polynomial.mutable_data_ptr<float>(), gram.size(0),
+        static_cast<float>(a), static_cast<float>(b), static_cast<float>(c), stream));
     at::mm_out(next, polynomial, x);
     std::swap(x, next);
   }

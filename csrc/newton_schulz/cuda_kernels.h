@@ -1,5 +1,5 @@
-// Launchers of the kernels in cuda_kernels.cu: free of torch, so that nvcc does not parse its headers. All
-// pointers are device pointers to contiguous data; the launch error, if any, is returned.
+// Launchers of the kernels in cuda_kernels.cu, free of torch: nvcc takes minutes for its headers.
+// All pointers are device pointers to contiguous data; the launch error, if any, is returned.
 #pragma once
 
 #include <cuda_runtime_api.h>

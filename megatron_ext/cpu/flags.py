@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "--fine-grained-activation-offloading",
         "everything is on the CPU",
     ),
-    "nccl_ub": (False, "--nccl-ub", _NCCL),
+    "nccl_ub": (False, "--use-nccl-ub", _NCCL),
     "use_sharp": (False, "--use-sharp", _NCCL),
     "high_priority_stream_groups": ([], "--high-priority-stream-groups", _NCCL),
     "nccl_communicator_config_path": (None, "--nccl-communicator-config-path", _NCCL),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -115,7 +116,7 @@ def _triples(coefficients: str | Triple | Sequence[Triple], steps: int) -> list[
                 "or give triples (a, b, c)"
             )
         return [COEFFICIENTS[coefficients]] * steps
-    table = list(coefficients)
+    table: list[Any] = list(coefficients)
     if table and not isinstance(table[0], Sequence):
         table = [table] * steps
     if len(table) != steps or any(len(triple) != 3 for triple in table):
