@@ -54,6 +54,7 @@ def training_flags(directory: Path, data: DatasetInfo, iterations: int) -> list[
         *("--train-data-path", data.train_prefix, "--valid-data-path", data.valid_prefix),
         *("--data-cache-path", str(directory / "cache")),
         *("--save", checkpoints, "--load", checkpoints, "--ckpt-format", "torch_dist"),
+        "--dist-ckpt-optim-fully-reshardable",  # so that it loads in any other layout
     ]
 
 
