@@ -84,6 +84,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
     for component in COMPONENTS:
         ArgumentGroupFactory(component).build_group(parser, title=component.title)
+    _make_help_printable(parser)
     parser.error = functools.partial(_one_line_error, parser)  # type: ignore[method-assign]
     return parser
 
@@ -169,6 +170,16 @@ def _one_line_error(parser: ArgumentParser, message: str) -> NoReturn:
         near = difflib.get_close_matches(first, _flags(parser), n=1)
         message += f" (did you mean {near[0]}?)" if near else " (--help lists them all)"
     fail(message)
+
+
+def _make_help_printable(parser: ArgumentParser) -> None:
+    """argparse reads ``%`` in a help text as a format; Megatron 0.19.2 has one that is none, so
+    that its own ``--help`` ends in a traceback."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = str(action.help).replace("%", "%%")
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:

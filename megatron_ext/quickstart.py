@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megatron_ext.data import DataError, DatasetInfo, Options, prepare
-from megatron_ext.data.progress import reporter
+from megatron_ext.data.progress import quiet_imports, reporter
 from megatron_ext.launch.local import LaunchError, run
 from megatron_ext.metrics import files
 from megatron_ext.report import report
@@ -32,16 +32,17 @@ EXPERTS = """
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128
     --moe-router-score-function sigmoid --moe-router-dtype fp32
     --moe-router-load-balancing-type none --moe-router-enable-expert-bias
-    --moe-router-bias-update-rule centered-sign --moe-token-dispatcher-type alltoall
+    --moe-router-bias-update-rule centered-sign --moe-router-bias-update-rate 5e-3
+    --moe-token-dispatcher-type alltoall
 """
 LAYOUT = """
     --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer
 """
 TRAINING = """
     --micro-batch-size 8 --global-batch-size 16 --optimizer adam --adam-beta2 0.95
-    --lr 6e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1
+    --lr 4e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.02 --weight-decay 0.1
     --clip-grad 1.0 --seed 1234 --num-workers 0 --log-interval 10
-    --eval-interval 100 --eval-iters 16 --save-interval 50
+    --eval-interval 100 --eval-iters 16 --save-interval 100
 """
 
 
@@ -129,10 +130,14 @@ def main() -> int:
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/quickstart"), help="default: runs/quickstart"
     )
-    parser.add_argument("--iterations", type=int, default=400, help="default: 400")
+    parser.add_argument("--iterations", type=int, default=500, help="default: 500")
     parser.add_argument("--restart", action="store_true", help="delete the run in --run-dir first")
     parser.add_argument("--master-port", type=int, help="default: a free one")
+    parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # type: ignore
     own, more = parser.parse_known_args()
+    if own.iterations < 1:
+        return _failed(f"--iterations {own.iterations} must be at least 1", 2)
+    quiet_imports()
     try:
         if own.restart:
             _delete(own.run_dir)

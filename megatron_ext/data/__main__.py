@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 import time
-import warnings
 from types import FrameType
 from typing import NoReturn
 
 from megatron_ext.data.corpus import left_out
 from megatron_ext.data.errors import DataError
 from megatron_ext.data.info import DatasetInfo
+from megatron_ext.data.progress import quiet_imports
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP: leave it so
             signal.signal(number, _stop)
-    _quiet_imports()
+    quiet_imports()
     began = time.monotonic()
     try:
         from megatron_ext.data.build import Options, prepare
@@ -86,13 +85,6 @@ def _parser() -> _Parser:
         "--force", action="store_true", help="replace a dataset of this tool that is there"
     )
     return parser
-
-
-def _quiet_imports() -> None:
-    """Megatron's hints about optional GPU packages say nothing about text."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -70,3 +72,10 @@ class _Lines:
             return f"{self._stage} ..."
         left = seconds * (total - done) / done
         return f"{self._stage}: {done / total:.0%}, about {left:.0f} s left"
+
+
+def quiet_imports() -> None:
+    """Megatron's hints about optional GPU packages say nothing about text."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

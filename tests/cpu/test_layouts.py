@@ -18,7 +18,7 @@ SAVED_AT, LAST = 2, 5
 
 FP32 = 2e-5
 """Relative; sums over ranks, heads and micro-batches are taken in another order, five steps long.
-A wrong gradient shows in the third digit: plain SGD instead of Adam, say, or a missing reduction."""
+A wrong gradient shows in the third digit: SGD instead of Adam, say, or a missing reduction."""
 
 BF16 = 2e-3
 """bf16 keeps 8 bits, and activations are rounded at other places."""

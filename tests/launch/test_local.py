@@ -88,8 +88,8 @@ def test_a_killed_rank_ends_the_job_by_name_and_the_same_command_resumes(tmp_pat
 
     # The interrupted save, if there was one, does not count; the tracker names a complete one.
     last = int(tracker.read_text())
-    shorter = flags.replace("--train-iters 400", f"--train-iters {last + 5}")
-    subprocess.run(launch(run_dir, shorter), check=True, timeout=180)
+    resumed = launch(run_dir, f"{flags} --exit-interval {last + 5}")
+    subprocess.run(resumed, check=True, timeout=180)
     log = (run_dir / "logs" / "rank0.log").read_text()
     assert f"at iteration {last}" in log
     rows = [row for row in files.read(run_dir / files.METRICS) if row["kind"] == "train"]
