@@ -11,6 +11,8 @@ from support.training import TINY
 
 from megatron_ext.metrics import files
 
+pytestmark = pytest.mark.slow
+
 
 def torchrun(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

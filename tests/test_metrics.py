@@ -51,11 +51,10 @@ def test_progress_says_what_is_left() -> None:
         "iteration": 10,
         "train_iters": 40,
         "lm_loss": 3.14159,
-        "seconds_per_iteration": 2.5,
         "tokens_per_second": 1234.5,
     }
-    assert describe(timing) == "loss 3.142  1,234 tokens/s  1:15 left"
-    assert describe({**timing, "lm_loss": None}).startswith("loss -  ")
+    assert describe(timing, 2.5) == "loss 3.142  1,234 tokens/s  1:15 left"
+    assert describe({**timing, "lm_loss": None}, 2.5).startswith("loss -  ")
 
 
 def dataset(path: Path) -> DatasetInfo:

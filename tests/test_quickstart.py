@@ -13,6 +13,8 @@ import pytest
 from megatron_ext.metrics import files
 from megatron_ext.report import PICTURE
 
+pytestmark = pytest.mark.slow
+
 
 def quickstart(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -63,7 +64,9 @@ class TrainingProgress:
             return
         self._seen = len(rows)
         last = rows[-1]
-        text = describe(last)
+        # The median: a checkpoint's seconds fall into one interval and say nothing of the next.
+        pace = median(row["seconds_per_iteration"] for row in rows)
+        text = describe(last, seconds_per_iteration=pace)
         self._bar.update(
             self._task,
             description=text,
@@ -75,9 +78,9 @@ class TrainingProgress:
             print(f"iteration {last['iteration']}/{last['train_iters']}  {text}", flush=True)
 
 
-def describe(row: dict[str, Any]) -> str:
-    """``loss 3.912  2,310 tokens/s  1:40 left`` from the latest row of timing.jsonl."""
-    left = (row["train_iters"] - row["iteration"]) * row["seconds_per_iteration"]
+def describe(row: dict[str, Any], seconds_per_iteration: float) -> str:
+    """``loss 3.912  2,310 tokens/s  1:40 left`` from a row of timing.jsonl."""
+    left = (row["train_iters"] - row["iteration"]) * seconds_per_iteration
     loss = "-" if row["lm_loss"] is None else f"{row['lm_loss']:.3f}"
     minutes, seconds = divmod(round(left), 60)
     return f"loss {loss}  {row['tokens_per_second']:,.0f} tokens/s  {minutes}:{seconds:02} left"

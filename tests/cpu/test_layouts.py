@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from support.training import MOE, losses, train
 
+pytestmark = pytest.mark.slow
+
 SAVED_AT, LAST = 2, 5
 
 FP32 = 2e-5

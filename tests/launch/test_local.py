@@ -18,6 +18,8 @@ from support.training import MOE, TINY
 from megatron_ext.launch.ranks import Ranks, free_port
 from megatron_ext.metrics import files
 
+pytestmark = pytest.mark.slow
+
 JOB = (
     f"{TINY} {MOE} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
     "--use-distributed-optimizer --moe-token-dispatcher-type alltoall"
