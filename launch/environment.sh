@@ -52,6 +52,16 @@ fingerprint() {
 }
 
 prepare_environment() {
+  # Two scripts at a time would install into one .venv.
+  if command -v flock >/dev/null; then
+    exec 9>"$ROOT/.venv.lock"
+    flock 9
+  fi
+  _prepare_environment "$@"
+  exec 9>&-
+}
+
+_prepare_environment() {
   local extra=${1:-} stamp=$VENV/.installed${1:+-$1} log=$VENV/install.log began=$SECONDS python
   if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint "$extra")" ]; then
     return
@@ -59,6 +69,8 @@ prepare_environment() {
   if ! { [ -x "$VENV/bin/python" ] && python_works "$VENV/bin/python"; }; then
     python=$(find_python)
     echo "making .venv with $("$python" --version)"
+    [ ! -e "$VENV" ] || [ -e "$log" ] ||
+      die "$VENV is there, was not made by this script and has no Python 3.12 or 3.13: move it away"
     rm -rf "$VENV"
     "$python" -m venv "$VENV" || die "$python cannot make a virtual environment in $ROOT"
   fi
@@ -67,10 +79,13 @@ prepare_environment() {
   rm -f "$stamp"
   (cd "$ROOT" && "$VENV/bin/python" -m pip install --editable ".${extra:+[$extra]}" --verbose) \
     >"$log" 2>&1 &
+  # bash lets a background job ignore Ctrl-C: without this, pip would go on alone.
+  trap 'kill %1 2>/dev/null || true' EXIT
   wait_with_progress $! "$log" || {
     tail -n 15 "$log" >&2
     die "the installation failed; the whole log: $log"
   }
+  trap - EXIT
   grep -h -A3 'megatron_ext is built for torch' "$log" | sed 's/^ *//' || true
   fingerprint "$extra" >"$stamp"
   echo "installed in $((SECONDS - began)) s"

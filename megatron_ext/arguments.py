@@ -10,12 +10,12 @@ import difflib
 import functools
 import os
 import sys
-import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NoReturn
 
+from megatron_ext.moe import adapter as moe
 from megatron_ext.moe.bias import Rule
 
 USAGE_ERROR = 2
@@ -58,16 +58,20 @@ class MetricsConfig:
     held-out loss per evaluation; the same bits for the same seed) and timing.jsonl."""
 
     def check(self, args: Namespace) -> None:
+        if self.metrics_dir == "":
+            raise FlagError("--metrics-dir is empty: name a folder, or leave the flag out")
+
+    def make_folder(self) -> None:
         if self.metrics_dir is None:
             return
-        if not self.metrics_dir:
-            raise FlagError("--metrics-dir is empty: name a folder, or leave the flag out")
         try:
             os.makedirs(self.metrics_dir, exist_ok=True)
         except OSError as error:
             raise FlagError(
                 f"--metrics-dir {self.metrics_dir} cannot be made: {error.strerror}"
             ) from error
+        if not os.access(self.metrics_dir, os.W_OK | os.X_OK):
+            raise FlagError(f"--metrics-dir {self.metrics_dir} cannot be written: permissions")
 
 
 COMPONENTS: tuple[Any, ...] = (ExpertBalanceConfig, MetricsConfig)
@@ -75,7 +79,8 @@ COMPONENTS: tuple[Any, ...] = (ExpertBalanceConfig, MetricsConfig)
 
 def config_from_args(component: Any, args: Namespace) -> Any:
     """The component's dataclass filled from Megatron's parsed arguments."""
-    return component(**{field.name: getattr(args, field.name) for field in fields(component)})
+    names = [field.name for field in fields(component) if hasattr(args, field.name)]
+    return component(**{name: getattr(args, name) for name in names})
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -92,11 +97,16 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 def check(args: Namespace) -> None:
     """Raises FlagError for what cannot work. ``args`` as parsed, Megatron's checks yet to come."""
     stages = args.pipeline_model_parallel_size
-    if args.num_layers is not None and stages > args.num_layers:
-        raise FlagError(
-            f"--pipeline-model-parallel-size {stages} leaves stages without a layer: there are "
-            f"{args.num_layers} (--num-layers); use at most {args.num_layers} stages"
-        )
+    # With a layout of the user's own, stages may hold the embedding or the loss alone.
+    layers = None if args.pipeline_model_parallel_layout else args.num_layers
+    if layers is not None:
+        layers += args.account_for_embedding_in_pipeline_split
+        layers += args.account_for_loss_in_pipeline_split
+        if stages > layers:
+            raise FlagError(
+                f"--pipeline-model-parallel-size {stages} leaves stages without a layer: there "
+                f"are {layers} (--num-layers); use at most {layers} stages"
+            )
     decay = args.lr_decay_iters or args.train_iters
     if args.lr_warmup_iters and decay and args.lr_warmup_iters >= decay:
         raise FlagError(
@@ -124,6 +134,8 @@ def parse_args(original: Callable) -> Callable:
                 from megatron_ext.cpu import flags
 
                 flags.set_defaults(parser)
+                if is_first_rank_here():
+                    print(f"megatron_ext: {cpu.NOTICE}", flush=True)
             return parser
 
         return original(all_arguments, ignore_unknown_args)
@@ -132,7 +144,7 @@ def parse_args(original: Callable) -> Callable:
 
 
 def validate_args(original: Callable) -> Callable:
-    """Our checks, then Megatron's; a refusal of either ends the run with one line."""
+    """Our checks around Megatron's; a refusal of ours ends the run with one line."""
 
     @functools.wraps(original)
     def validate_args(args: Namespace, *defaults: Any, **more: Any) -> Any:
@@ -144,22 +156,38 @@ def validate_args(original: Callable) -> Callable:
                 from megatron_ext.cpu import flags
 
                 flags.refuse(args)
-            return original(args, *defaults, **more)
-        except (FlagError, AssertionError, ValueError) as error:
-            message = " ".join(str(error).split())
-            if not message:  # a bare assert: its own line of source says the most
-                line = traceback.extract_tb(error.__traceback__)[-1]
-                message = f"Megatron asks for: {line.line}"
-            fail(message)
+        except FlagError as error:
+            fail(str(error), everywhere=False)
+        validated = original(args, *defaults, **more)
+        metrics = config_from_args(MetricsConfig, args)
+        try:
+            metrics.make_folder()
+        except FlagError as error:
+            fail(str(error))
+        balance = config_from_args(ExpertBalanceConfig, args)
+        moe.Settings.rule = balance.moe_router_bias_update_rule
+        moe.Settings.keep_load = metrics.metrics_dir is not None
+        return validated
 
     return validate_args
 
 
-def fail(message: str) -> NoReturn:
-    """Ends this rank with exit status 2; rank 0 prints the line."""
-    if int(os.environ.get("RANK", "0")) == 0:
+def fail(message: str, everywhere: bool = True) -> NoReturn:
+    """Ends this rank with exit status 2 and one line.
+
+    ``everywhere=False`` is for what every rank finds alike: rank 0 says it for all.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
         print(f"megatron_ext: error: {message}", file=sys.stderr, flush=True)
+    elif everywhere:
+        print(f"megatron_ext: error: rank {rank}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(USAGE_ERROR)
+
+
+def is_first_rank_here() -> bool:
+    """Whether this process speaks for its machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _one_line_error(parser: ArgumentParser, message: str) -> NoReturn:
@@ -169,7 +197,7 @@ def _one_line_error(parser: ArgumentParser, message: str) -> NoReturn:
         first = message.removeprefix(prefix).split()[0].partition("=")[0]
         near = difflib.get_close_matches(first, _flags(parser), n=1)
         message += f" (did you mean {near[0]}?)" if near else " (--help lists them all)"
-    fail(message)
+    fail(message, everywhere=False)
 
 
 def _make_help_printable(parser: ArgumentParser) -> None:

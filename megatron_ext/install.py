@@ -1,7 +1,7 @@
 """Every point where this extension touches Megatron or torch: one table, checked and reversible.
 
-Nothing else in the package replaces a name. A row names its target, the function that makes the
-replacement from the original, the reason, and the parameters that the original must have.
+No other file of the package replaces a name of theirs. A row names its target, the function that
+makes the replacement from the original, the reason, and the parameters the original must have.
 
 ``python -m megatron_ext.install`` prints the table and what is active on this machine.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -252,7 +253,8 @@ TABLE: tuple[Name | Context, ...] = (
     Name(
         "megatron.training.arguments:parse_args",
         "megatron_ext.arguments:parse_args",
-        "adds the extension's flags to any script and refuses what cannot work",
+        "adds the extension's flags to any script; gives the parser errors of one line and mends "
+        "its --help",
         parameters="extra_args_provider, ignore_unknown_args",
     ),
     Name(
@@ -314,16 +316,18 @@ def install() -> None:
     """Puts every row that applies in place; with one that does not fit, none."""
     if _put_back:
         return
-    problems = []
-    # Rows are put one by one because importing Megatron, to check a later row, already needs
-    # the earlier ones.
-    for row in filter(applies, TABLE):
-        problem = row.check()
-        if problem:
-            problems.append(problem)
-        else:
-            _put_back.append((row, row.put()))
-    _warn_about_unknown_version()
+    if "megatron.training.arguments" in sys.modules:
+        warnings.warn(
+            "Megatron was imported before megatron_ext.install(): what other modules took from it "
+            "by name (from ... import ...) stays Megatron's",
+            stacklevel=2,
+        )
+    try:
+        problems = _put_all()
+        _warn_about_unknown_version()
+    except BaseException:
+        uninstall()
+        raise
     if problems:
         uninstall()
         raise IncompatibleMegatron(
@@ -332,6 +336,21 @@ def install() -> None:
             + "\n  ".join(problems)
             + f"\nInstall megatron-core=={CHECKED_MEGATRON}, or a megatron_ext for yours."
         )
+
+
+def _put_all() -> list[str]:
+    """Puts every row that fits; what is wrong with the others.
+
+    One by one, for importing Megatron to check a later row already needs the earlier ones.
+    """
+    problems = []
+    for row in filter(applies, TABLE):
+        problem = row.check()
+        if problem:
+            problems.append(problem)
+        else:
+            _put_back.append((row, row.put()))
+    return problems
 
 
 def uninstall() -> None:

@@ -8,8 +8,11 @@ script of your own, or of a Megatron checkout, use ``megatron_ext.run``.
 
 from __future__ import annotations
 
+import json
+import traceback
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.arguments import FlagError, fail
@@ -28,18 +31,27 @@ def main() -> None:
     )
     from megatron.training.arguments import parse_and_validate_args
 
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     try:
+        args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
         refuse(args)
-    except FlagError as error:
-        fail(str(error))
+    except (AssertionError, ValueError) as error:
+        # Megatron's refusals come as these; a bare assert says the most by its own source.
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"Megatron asks for: {line.line} ({Path(line.filename).name}:{line.lineno})"
+        fail(" ".join(str(error).split()) or where)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
 
 
 def refuse(args: Any) -> None:
     """Raises FlagError for what this script, unlike Megatron's own, does not do."""
-    for field in ("sft", "fim_data", "hybrid_context_parallel", "mtp_num_layers"):
+    for field in (
+        "sft",
+        "fim_data",
+        "dataloader_inter_document_masking",
+        "hybrid_context_parallel",
+        "mtp_num_layers",
+    ):
         if getattr(args, field, None):
             flag = "--" + field.replace("_", "-")
             raise FlagError(
@@ -161,6 +173,10 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
         create_attention_mask=args.create_attention_mask_in_dataloader,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        object_storage_cache_path=args.object_storage_cache_path,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        sequences_per_dataset=_sequences_per_dataset(args.per_dataset_sequences_path),
     )
 
     def built_here() -> bool:
@@ -170,6 +186,10 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, built_here, config).build()
+
+
+def _sequences_per_dataset(path: str | None) -> dict[str, Any] | None:
+    return None if path is None else json.loads(Path(path).read_text())
 
 
 # Every rank calls it, and the builder decides where data is really read.

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 
 from megatron_ext.data import DataError, DatasetInfo, Options, prepare
 from megatron_ext.data.progress import quiet_imports, reporter
-from megatron_ext.launch.local import LaunchError, run
+from megatron_ext.launch.local import LaunchError, run, terminated_like_interrupted
 from megatron_ext.metrics import files
 from megatron_ext.report import report
 
@@ -138,14 +139,19 @@ def main() -> int:
     if own.iterations < 1:
         return _failed(f"--iterations {own.iterations} must be at least 1", 2)
     quiet_imports()
+    # Four ranks on whatever machine this is: a GPU, if there is one, is not asked for.
+    os.environ.setdefault("MEGATRON_EXT_DEVICE", "cpu")
     try:
-        if own.restart:
-            _delete(own.run_dir)
-        quickstart(own.run_dir, own.text, own.iterations, own.master_port, more)
+        with terminated_like_interrupted():
+            if own.restart:
+                _delete(own.run_dir)
+            quickstart(own.run_dir, own.text, own.iterations, own.master_port, more)
     except DataError as error:
         return _failed(str(error), 2)
     except LaunchError as error:
         return _failed(str(error), error.status)
+    except ValueError as error:  # nothing to report
+        return _failed(str(error), 1)
     except OSError as error:
         return _failed(f"{error.filename or own.run_dir}: {error.strerror}", 1)
     except KeyboardInterrupt:

@@ -70,8 +70,8 @@ def rows_of_table(run: Run, data: DatasetInfo | None) -> list[tuple[str, str]]:
     return table
 
 
-def _nats(value: float) -> str:
-    return f"{value:.3f} nats/token"
+def _nats(value: float | None) -> str:
+    return "- (every step was skipped)" if value is None else f"{value:.3f} nats/token"
 
 
 def print_table(rows: list[tuple[str, str]], title: str) -> None:

@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_ext.arguments import fail
+from megatron_ext.arguments import fail, is_first_rank_here
 
 
 def main() -> None:
@@ -22,14 +22,31 @@ def main() -> None:
     if not script.is_file():
         fail(f"{script} is no file: give the path of a Megatron script, e.g. pretrain_gpt.py")
     sys.argv = sys.argv[1:]
-    # Appended, not put first: a checkout beside the script also has a folder ``megatron``, a
-    # namespace package that must not hide the installed core.
-    sys.path.append(str(script.resolve().parent))
+    # One rule wherever this is started: the installed core comes first. ``python -m`` puts the
+    # current folder in front, and a checkout there would hide it.
+    folder = script.resolve().parent
+    if Path(sys.path[0] or ".").resolve() == Path.cwd():
+        del sys.path[0]
+    sys.path.append(str(folder))
 
     from megatron_ext.entry import prepare
 
     prepare()
+    _say_which_core(folder)
     runpy.run_path(str(script), run_name="__main__")
+
+
+def _say_which_core(folder: Path) -> None:
+    import megatron.core
+
+    core = Path(megatron.core.__file__).parent
+    if is_first_rank_here():
+        print(f"megatron_ext: Megatron core {megatron.core.__version__} of {core}", flush=True)
+        if (folder / "megatron" / "core").is_dir() and core != folder / "megatron" / "core":
+            print(
+                f"megatron_ext: not the one in {folder}: to use that, pip install -e {folder}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

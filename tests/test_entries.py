@@ -35,9 +35,10 @@ def test_pretrain_gpt_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_run_takes_an_unmodified_script_and_its_neighbours(tmp_path: Path) -> None:
-    # As in a Megatron checkout: modules beside the script, and a folder ``megatron`` that must
-    # not hide the installed core.
+    # As in a Megatron checkout, started inside it: modules beside the script, and a core that
+    # must not hide the installed one.
     (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("raise SystemExit('wrong core')")
     (tmp_path / "my_model.py").write_text("FLAGS = '--moe-router-bias-update-rule'\n")
     (tmp_path / "pretrain_mine.py").write_text(
         "from my_model import FLAGS\n"
@@ -59,6 +60,7 @@ def test_run_takes_an_unmodified_script_and_its_neighbours(tmp_path: Path) -> No
     )
     assert job.returncode == 0, job.stderr[-3000:]
     assert len(files.read(tmp_path / "metrics" / files.METRICS)) == 6
+    assert f"megatron_ext: not the one in {tmp_path}: to use that, pip install -e" in job.stdout
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:

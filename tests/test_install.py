@@ -103,6 +103,16 @@ def test_a_name_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert install.active() == ()
 
 
+def test_a_replacement_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = state_of_targets()
+    broken = Name("megatron.training.training:train_step", "megatron_ext.moe.bias:none", "a test")
+    monkeypatch.setattr(install, "TABLE", (*TABLE, broken))
+    with pytest.raises(AttributeError, match="none"):
+        megatron_ext.install()
+    assert install.active() == ()
+    assert state_of_targets() == before
+
+
 def test_an_unknown_version_warns_and_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "megatron_version", lambda: "0.99.0")
     with pytest.warns(UserWarning, match="megatron-core 0.99.0 is unknown to megatron_ext"):

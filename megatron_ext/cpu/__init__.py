@@ -17,6 +17,11 @@ import functools
 import glob
 import os
 
+NOTICE = (
+    "no GPU is used: the device stand-in runs Megatron on gloo with its local transformer "
+    "implementation (MEGATRON_EXT_DEVICE=cuda asks for a GPU)"
+)
+
 
 class DeviceChoiceError(RuntimeError):
     """MEGATRON_EXT_DEVICE and the machine do not fit."""
@@ -48,7 +53,7 @@ def wanted() -> bool:
             f"MEGATRON_EXT_DEVICE=cuda, but torch {torch.__version__} finds no GPU: look at "
             "nvidia-smi and CUDA_VISIBLE_DEVICES, or use MEGATRON_EXT_DEVICE=cpu"
         )
-    if glob.glob("/dev/nvidia[0-9]*"):
+    if glob.glob("/dev/nvidia[0-9]*") or os.path.exists("/dev/dxg"):  # dxg: under WSL
         raise DeviceChoiceError(
             f"this machine has an NVIDIA GPU that torch {torch.__version__} cannot use (driver, "
             "CPU build of torch, or CUDA_VISIBLE_DEVICES): repair that, or ask for the CPU with "

@@ -39,6 +39,8 @@ def run(flags: Sequence[str], world_size: int, directory: Path, port: int | None
     """
     if world_size < 1:
         raise LaunchError(f"--ranks {world_size} must be at least 1", status=2)
+    if port is not None and not 1 <= port <= 65535:
+        raise LaunchError(f"--master-port {port} is no TCP port: use 1 to 65535", status=2)
     if port is not None and not port_is_free(port):
         raise LaunchError(
             f"--master-port {port} is in use on this machine: choose another, or leave the flag "
@@ -55,7 +57,7 @@ def run(flags: Sequence[str], world_size: int, directory: Path, port: int | None
         *("--metrics-dir", str(directory)),
     ]
     with (
-        _terminated_like_interrupted(),
+        terminated_like_interrupted(),
         TrainingProgress(directory / files.TIMING) as progress,
         Ranks(command, world_size, port or free_port(), directory / "logs") as ranks,
     ):
@@ -68,17 +70,18 @@ def run(flags: Sequence[str], world_size: int, directory: Path, port: int | None
         else:
             failures = []
     if failures:
-        raise _what_happened(failures[0], directory / "logs" / "rank0.log")
+        resumes = "--save" in flags and "--load" in flags
+        raise _what_happened(failures[0], directory / "logs" / "rank0.log", resumes)
 
 
-def _what_happened(failure: Failure, first_log: Path) -> LaunchError:
-    refused = _last_line(first_log, ERROR)
+def _what_happened(failure: Failure, first_log: Path, resumes: bool) -> LaunchError:
+    refused = _last_line(first_log, ERROR) or _last_line(failure.log, ERROR)
     if failure.status == 2 and refused:
         return LaunchError(refused.removeprefix(ERROR), status=2)
     said = "" if failure.status < 0 else _last_line(failure.log)
     return LaunchError(
-        f"{failure}{': ' + said if said else ''}. All ranks were stopped; its log: {failure.log}. "
-        "The same command resumes from the last checkpoint"
+        f"{failure}{': ' + said if said else ''}. All ranks were stopped; its log: {failure.log}"
+        + (". The same command resumes from the last checkpoint" if resumes else "")
     )
 
 
@@ -88,7 +91,7 @@ def _last_line(log: Path, start: str = "") -> str:
 
 
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
+def terminated_like_interrupted() -> Iterator[None]:
     """SIGTERM unwinds the stack as Ctrl-C does, so that the ranks are ended."""
 
     def interrupt(number: int, frame: Any) -> NoReturn:

@@ -47,13 +47,12 @@ class Ranks:
     def __init__(self, command: Sequence[str], world_size: int, port: int, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self._logs = [logs / f"rank{rank}.log" for rank in range(world_size)]
-        self._processes = [
-            self._start(command, rank, world_size, port) for rank in range(world_size)
-        ]
+        self._command = command
+        self._port = port
+        self._processes: list[subprocess.Popen[bytes]] = []
 
-    def _start(
-        self, command: Sequence[str], rank: int, world_size: int, port: int
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        world_size = len(self._logs)
         environment = {
             # More threads than cores share the work badly; the user's own choice counts.
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
@@ -64,12 +63,12 @@ class Ranks:
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(self._port),
             PARENT: str(os.getpid()),
         }
         with self._logs[rank].open("wb") as log:
             return subprocess.Popen(
-                command,
+                self._command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -80,6 +79,12 @@ class Ranks:
             )
 
     def __enter__(self) -> Ranks:
+        try:
+            for rank in range(len(self._logs)):
+                self._processes.append(self._start(rank))
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -101,7 +106,18 @@ class Ranks:
         return sorted(failed, key=lambda failure: failure.status > 0)
 
     def stop(self) -> None:
-        """Ends every rank and its children: SIGTERM, and SIGKILL after GRACE_SECONDS."""
+        """Ends every rank and its children: SIGTERM, and SIGKILL after GRACE_SECONDS.
+
+        Not to be interrupted: an impatient second Ctrl-C would leave processes behind.
+        """
+        before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._stop()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self) -> None:
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
         while self.running() and time.monotonic() < deadline:
@@ -124,6 +140,7 @@ def free_port() -> int:
 
 
 def port_is_free(port: int) -> bool:
+    """Whether a server could listen there now."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

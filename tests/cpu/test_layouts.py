@@ -81,6 +81,7 @@ def check(
     [
         pytest.param(2, DENSE, "", id="dp2"),
         pytest.param(2, DENSE, "--overlap-grad-reduce", id="dp2-overlap-grad-reduce"),
+        pytest.param(4, DENSE, f"{SP} {PP2}", id="tp2-sp-pp2-plain"),
         pytest.param(4, DO, "", id="dp4-distopt"),
         pytest.param(3, f"{DO} --global-batch-size 6", "", id="dp3-distopt-uneven"),
         pytest.param(2, DO, OVERLAP, id="dp2-distopt-overlap"),
@@ -106,6 +107,7 @@ def test_dense_fp32(alone: Alone, tmp_path: Path, world_size: int, model: str, l
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
+        pytest.param(4, f"{PP2} {ALLTOALL} {OVERLAP}", id="pp2-dp2-overlap"),
         pytest.param(2, f"{EP2} {ALLTOALL}", id="ep2-alltoall"),
         pytest.param(2, f"{EP2} {ALLGATHER}", id="ep2-allgather"),
         pytest.param(4, f"--expert-model-parallel-size 4 {ALLTOALL}", id="ep4"),
@@ -119,7 +121,8 @@ def test_mixture_of_experts_fp32(
     alone: Alone, tmp_path: Path, world_size: int, layout: str
 ) -> None:
     model = f"{DO} {MOE}"
-    check(alone(model, WEIGHTS_ONLY), tmp_path, world_size, model, layout, FP32)
+    load = WEIGHTS_ONLY if "expert-" in layout else ""
+    check(alone(model, load), tmp_path, world_size, model, layout, FP32)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,7 @@ def test_bf16(alone: Alone, tmp_path: Path, world_size: int, model: str, layout:
         pytest.param(4, f"{MOE} {EP2} {PP2} {ALLTOALL} {OVERLAP} --bf16", id="pp2-dp2-ep2-bf16"),
         pytest.param(2, f"{DO} --hidden-dropout 0.1 --attention-dropout 0.1 {SP}", id="dropout"),
         pytest.param(2, f"{DO} --async-save", id="async-save"),
+        pytest.param(2, f"{DO} --fp16 --initial-loss-scale 1024", id="fp16"),
     ],
 )
 def test_a_resumed_run_is_bit_equal_to_one_that_was_not_interrupted(

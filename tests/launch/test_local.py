@@ -140,6 +140,11 @@ def test_ctrl_c_stops_all_ranks(tmp_path: Path) -> None:
             id="port-in-use",
         ),
         pytest.param(
+            f"{JOB} --master-port 70000",
+            "--master-port 70000 is no TCP port: use 1 to 65535",
+            id="no-port",
+        ),
+        pytest.param(
             f"{JOB} --context-parallel-size 2",
             "--context-parallel-size 2 cannot be carried without a GPU: Megatron's local "
             "attention has no context parallelism; only TransformerEngine's has. Leave it out",

@@ -38,13 +38,12 @@ def update(rule: str, *experts: int) -> tuple[list[list[float]], list[list[float
     # By name: the package holds a function of the module's name in its place.
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
-    from megatron.training.global_vars import set_args
 
-    from megatron_ext.moe.adapter import latest_load
+    from megatron_ext.moe.adapter import Settings, latest_load
 
     torch.distributed.init_process_group("gloo")
     rank, world = torch.distributed.get_rank(), torch.distributed.group.WORLD
-    set_args(Namespace(moe_router_bias_update_rule=rule))
+    Settings.rule, Settings.keep_load = rule, True
     theirs = []
     if len(set(experts)) == 1:
         stacked = layers(rank, *experts)
@@ -68,7 +67,7 @@ def update(rule: str, *experts: int) -> tuple[list[list[float]], list[list[float
     assert torch.equal(frozen.expert_bias, untouched)
     assert torch.equal(evaluated.expert_bias, untouched)
     ours = [router.expert_bias.tolist() for router in routers]
-    return ours, theirs, {layer: load.tolist() for layer, load in latest_load.items()}
+    return ours, theirs, {layer: load.tolist() for (_, layer), load in latest_load.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -91,3 +90,21 @@ def test_layers_with_different_numbers_of_experts_follow_the_sum_over_ranks(
             expected = updated_expert_bias(total, bias, RATE, "centered-sign")
             assert ours[layer - 1] == expected.tolist()
             assert load[layer] == total.tolist()
+
+
+def update_without_flags() -> bool:
+    """On a rank of a loop that has Megatron's core alone: no arguments were ever parsed."""
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    torch.distributed.init_process_group("gloo")
+    router = layers(0, 4)[0]
+    before = router.expert_bias.clone()
+    finalize._update_router_expert_bias(
+        [torch.nn.ModuleList([router])],
+        Namespace(moe_router_bias_update_rate=RATE),
+        torch.distributed.group.WORLD,
+    )
+    return not torch.equal(router.expert_bias, before)
+
+
+def test_without_flags_megatrons_own_function_runs() -> None:
+    assert run_ranks(1, update_without_flags) == [True]
