@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from megatron_ext.arguments import fail
 from megatron_ext.launch.ranks import die_with_launcher
 
@@ -13,6 +16,10 @@ def prepare() -> None:
     from megatron_ext.install import IncompatibleMegatron
 
     die_with_launcher()
+    # One rule wherever a run is started: the installed core comes first. ``python -m`` puts the
+    # current folder in front, and a Megatron checkout there would hide it.
+    if Path(sys.path[0] or ".").resolve() == Path.cwd():
+        sys.path.append(sys.path.pop(0))
     try:
         megatron_ext.install()
     except (DeviceChoiceError, IncompatibleMegatron) as error:

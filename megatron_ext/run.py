@@ -22,11 +22,8 @@ def main() -> None:
     if not script.is_file():
         fail(f"{script} is no file: give the path of a Megatron script, e.g. pretrain_gpt.py")
     sys.argv = sys.argv[1:]
-    # One rule wherever this is started: the installed core comes first. ``python -m`` puts the
-    # current folder in front, and a checkout there would hide it.
+    # At the end, for a checkout's folder ``megatron`` must not hide the installed core.
     folder = script.resolve().parent
-    if Path(sys.path[0] or ".").resolve() == Path.cwd():
-        del sys.path[0]
     sys.path.append(str(folder))
 
     from megatron_ext.entry import prepare
