@@ -66,9 +66,7 @@ def run(flags: Sequence[str], world_size: int, directory: Path, port: int | None
             progress.update()
         if ranks.failures():
             time.sleep(SAME_MOMENT_SECONDS)
-            failures = ranks.failures()
-        else:
-            failures = []
+        failures = ranks.failures()
     if failures:
         resumes = "--save" in flags and "--load" in flags
         raise _what_happened(failures[0], directory / "logs" / "rank0.log", resumes)

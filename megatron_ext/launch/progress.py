@@ -30,6 +30,7 @@ class TrainingProgress:
     def __init__(self, timing: Path) -> None:
         self._timing = timing
         self._seen = len(files.read(timing))
+        self._size = -1
         self._live = sys.stdout.isatty()
         self._printed = time.monotonic()
         self._bar = Progress(
@@ -57,6 +58,11 @@ class TrainingProgress:
         self._bar.stop()
 
     def update(self) -> None:
+        # Called several times a second, for days: the file is read only when it has changed.
+        size = self._timing.stat().st_size if self._timing.exists() else 0
+        if size == self._size:
+            return
+        self._size = size
         rows = files.read(self._timing)
         if len(rows) < self._seen:  # rows after the checkpoint were dropped: the run resumed
             self._seen = len(rows)

@@ -37,9 +37,10 @@ def keep_up_to(path: Path, iteration: int) -> None:
 
 def replace(path: Path, row: dict[str, Any], key: tuple[str, ...]) -> None:
     """Appends the row; one that has the same values under ``key`` gives way."""
-    same = [old for old in read(path) if all(old.get(name) == row[name] for name in key)]
-    if same:
-        _write(path, [old for old in read(path) if old not in same])
+    rows = read(path)
+    others = [old for old in rows if any(old.get(name) != row[name] for name in key)]
+    if len(others) < len(rows):
+        _write(path, others)
     append(path, row)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -18,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from megatron_ext.launch.ranks import free_port
 
 # The server does not inherit this process's sys.path, and passes over what it cannot import.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -63,23 +64,16 @@ def run_ranks(
                 process.join()
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def _wait(processes: list[Any], deadline: float, directory: str) -> None:
-    while any(process.is_alive() for process in processes):
+    while True:
+        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        # Looked at after them: a rank that ended in between is not overlooked.
         failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+        if not late and not failed:
+            return
         if failed or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    else:
-        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-        if not failed:
-            return
-    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
     rank = (failed or late)[0]
     output = Path(directory, f"rank{rank}.log").read_text(errors="replace")
     what = f"exited with {processes[rank].exitcode}" if failed else "is not done in time"
