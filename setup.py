@@ -8,6 +8,7 @@ Environment:
 - ``MEGATRON_EXT_CUDA``     ``0``: no CUDA module. ``1``: fail if it cannot be built. Unset: build
   it if that is possible.
 - ``CUDA_HOME``             the toolkit, otherwise sought next to nvcc and in /usr/local/cuda.
+- ``CUTLASS_HOME``          CUTLASS, otherwise the package nvidia-cutlass: kernels for H100, H200.
 - ``TORCH_CUDA_ARCH_LIST``  such as ``8.0;9.0+PTX``; otherwise the GPUs of this machine, or
   DEFAULT_ARCHS if it has none.
 - ``MAX_JOBS``              number of files compiled at once.
@@ -23,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,15 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
-DEFAULT_ARCHS = ("8.0", "9.0", "10.0")
-"""A100; H100, H200; B200. Code for x.0 runs on every x.y, PTX of the last one on what follows."""
+DEFAULT_ARCHS = ("8.0", "9.0a", "10.0")
+"""A100; H100, H200; B200. Code for x.0 runs on every x.y, PTX of the last one on what follows; the
+instructions of 9.0a run on 9.0 only."""
 
 CXX_FLAGS = ["-O3", "-g0", "-Wall"]  # -g0: Python's own flags may ask for -g, 10 MB
+
+# at::parallel_for is a header: without this, torch's threads would not be used. The library is the
+# one that torch has loaded already.
+OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
 
 
 class CudaUnavailable(Exception):
@@ -60,6 +67,12 @@ def torch_requirement() -> Requirement:
     return next(requirement for requirement in requirements if requirement.name == "torch")
 
 
+def installed_path() -> list[str]:
+    """sys.path of the installing interpreter, without the environment that pip builds in."""
+    ask = [sys.executable, "-EP", "-c", "import sys; print(*sys.path, sep='\\n')"]
+    return subprocess.check_output(ask, text=True).splitlines()
+
+
 def find_torch() -> Any | None:
     """The torch that the extension will meet at run time; None if it is absent or unsuitable.
 
@@ -68,9 +81,8 @@ def find_torch() -> Any | None:
     is without that environment.
     """
     if not importlib.util.find_spec("torch"):
-        ask = [sys.executable, "-EP", "-c", "import sys; print(*sys.path, sep='\\n')"]
         # At the end: the build environment's own packages keep precedence.
-        sys.path += subprocess.check_output(ask, text=True).splitlines()
+        sys.path += installed_path()
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -151,22 +163,54 @@ def choose_archs(torch: Any, toolkit: Toolkit) -> list[str]:
     if wish not in ("", "native"):
         return wish.split(";")
     devices = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
-    archs = [f"{major}.{minor}" for major, minor in sorted(set(devices))] or [
-        arch for arch in DEFAULT_ARCHS if arch in toolkit.archs
+    archs = [f"{major}.{minor}" for major, minor in sorted(set(devices))]
+    archs = ["9.0a" if arch == "9.0" else arch for arch in archs] or [
+        arch for arch in DEFAULT_ARCHS if arch.rstrip("a") in toolkit.archs
     ]
-    return [*archs[:-1], archs[-1] + "+PTX"]
+    portable = [index for index, arch in enumerate(archs) if not arch.endswith("a")]
+    if portable:
+        archs[portable[-1]] += "+PTX"
+    return archs
+
+
+def find_cutlass() -> Path | None:
+    """The CUTLASS headers, of ``CUTLASS_HOME`` or of the package nvidia-cutlass."""
+    homes = [Path(os.environ["CUTLASS_HOME"])] if os.environ.get("CUTLASS_HOME") else []
+    homes += [Path(path, "cutlass_library/source") for path in installed_path()]
+    found = [home / "include" for home in homes if (home / "include/cutlass/cutlass.h").is_file()]
+    return found[0] if found else None
 
 
 # --- the build ------------------------------------------------------------------------------------
 
 
-def extension(factory: Any, name: str, sources: list[str], cxx: list[str]) -> Extension:
+def extension(
+    factory: Any, name: str, sources: list[str], cxx: list[str], nvcc: Sequence[str] = ()
+) -> Extension:
     return factory(
         f"megatron_ext.{name}",
         sources=sources,
-        depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h")),
-        extra_compile_args={"cxx": CXX_FLAGS + cxx, "nvcc": ["-O3"]},
+        depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.[hi]*")),
+        extra_compile_args={"cxx": CXX_FLAGS + cxx, "nvcc": ["-O3", *nvcc]},
     )
+
+
+def cuda_extension(factory: Any, archs: list[str]) -> Extension:
+    """The kernels for 9.0a need CUTLASS; without it the generic ones serve there too."""
+    sources = ["csrc/bindings_cuda.cpp", *files("csrc/newton_schulz/cuda/*.c*")]
+    flags = []
+    cutlass = find_cutlass() if "9.0a" in " ".join(archs) else None
+    if cutlass:
+        # nvcc takes it as system headers, whose warnings are not ours.
+        flags = ["-isystem", str(cutlass), "-DMEGATRON_EXT_SM90"]
+    else:
+        sources.remove("csrc/newton_schulz/cuda/sm90.cu")
+    return extension(factory, "_C_cuda", sources, [], flags)
+
+
+def files(pattern: str) -> list[str]:
+    found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+    return [path for path in found if not path.endswith(".cuh")]
 
 
 def build_arguments(torch: Any) -> dict[str, Any]:
@@ -178,6 +222,7 @@ def build_arguments(torch: Any) -> dict[str, Any]:
         "cuda": toolkit.version if toolkit else None,
         "cuda_reason": reason,
         "arch_list": archs,
+        "cutlass": bool(toolkit and find_cutlass()),
     }
     if toolkit:
         # torch takes both from the environment, CUDA_HOME when cpp_extension is imported.
@@ -191,23 +236,12 @@ def build_arguments(torch: Any) -> dict[str, Any]:
         extension(
             cpp_extension.CppExtension,
             "_C",
-            ["csrc/bindings.cpp", "csrc/newton_schulz/cpu.cpp"],
-            [build_info],
+            ["csrc/bindings.cpp", *files("csrc/newton_schulz/cpu/*.cpp")],
+            [build_info, *OPENMP],
         )
     ]
     if toolkit:
-        extensions.append(
-            extension(
-                cpp_extension.CUDAExtension,
-                "_C_cuda",
-                [
-                    "csrc/bindings_cuda.cpp",
-                    "csrc/newton_schulz/cuda.cpp",
-                    "csrc/newton_schulz/cuda_kernels.cu",
-                ],
-                [],
-            )
-        )
+        extensions.append(cuda_extension(cpp_extension.CUDAExtension, archs))
 
     class BuildExtension(cpp_extension.BuildExtension):
         def run(self) -> None:

@@ -77,8 +77,13 @@ _prepare_environment() {
   echo "installing torch, Megatron and this extension into .venv; the first time takes minutes" \
     "and 6 GB (log: $log)"
   rm -f "$stamp"
+  # Headers only, for the H100 kernels; what else the package depends on is not needed.
+  if [ "${MEGATRON_EXT_CUDA:-}" != 0 ] && command -v nvcc >/dev/null; then
+    "$VENV/bin/python" -m pip install --quiet --no-deps nvidia-cutlass==4.2.0.0 >"$log" 2>&1 ||
+      echo "nvidia-cutlass cannot be installed: no special kernels for H100 (log: $log)"
+  fi
   (cd "$ROOT" && "$VENV/bin/python" -m pip install --editable ".${extra:+[$extra]}" --verbose) \
-    >"$log" 2>&1 &
+    >>"$log" 2>&1 &
   # bash lets a background job ignore Ctrl-C: without this, pip would go on alone.
   trap 'kill %1 2>/dev/null || true' EXIT
   wait_with_progress $! "$log" || {

@@ -141,7 +141,10 @@ def test_nvcc_on_path_may_be_a_wrapper_without_headers(toolkit, tmp_path, monkey
 
 @pytest.mark.parametrize(
     ("known", "expected"),
-    [(("8.0", "9.0", "10.0", "12.0"), "8.0;9.0;10.0+PTX"), (("7.5", "8.0", "9.0"), "8.0;9.0+PTX")],
+    [
+        (("8.0", "9.0", "10.0", "12.0"), "8.0;9.0a;10.0+PTX"),
+        (("7.5", "8.0", "9.0"), "8.0+PTX;9.0a"),
+    ],
 )
 def test_default_architectures_are_those_nvcc_knows(known, expected):
     toolkit = setup.Toolkit(Path("cuda"), "13.0", known)
@@ -151,7 +154,7 @@ def test_default_architectures_are_those_nvcc_knows(known, expected):
 def test_architectures_of_the_gpus_present():
     machine = torch_build(capabilities=[(10, 0), (9, 0), (9, 0)])
     toolkit = setup.Toolkit(Path("cuda"), "13.0", ("9.0",))
-    assert setup.choose_archs(machine, toolkit) == ["9.0", "10.0+PTX"]
+    assert setup.choose_archs(machine, toolkit) == ["9.0a", "10.0+PTX"]
 
 
 @pytest.mark.parametrize("value", ["9.0a;10.0+PTX", "9.0a 10.0+PTX"])
@@ -214,5 +217,23 @@ def test_cuda_module_is_there_exactly_if_it_was_built():
 def test_cuda_module_loads_without_a_gpu():
     from megatron_ext import _C_cuda
 
-    with pytest.raises(RuntimeError, match="expected a cuda tensor, got one on cpu"):
-        _C_cuda.newton_schulz(torch.ones(2, 3), [(1.0, 0.0, 0.0)])
+    # Of the shape alone; the kernels need a device.
+    assert _C_cuda.newton_schulz_workspace([torch.ones(2, 3)], [3, 2], [3, 2]).numel() > 0
+
+
+def test_kernels_for_h100_need_cutlass_and_their_architecture(tmp_path, monkeypatch):
+    header = tmp_path / "include/cutlass/cutlass.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    monkeypatch.setenv("CUTLASS_HOME", str(tmp_path))
+
+    def sources(archs):
+        return setup.cuda_extension(setup.Extension, archs).sources
+
+    monkeypatch.setattr(
+        setup, "extension", lambda _, name, sources, *flags: SimpleNamespace(sources=sources)
+    )
+    assert any(path.endswith("sm90.cu") for path in sources(["8.0", "9.0a"]))
+    assert not any(path.endswith("sm90.cu") for path in sources(["8.0"]))
+    monkeypatch.setattr(setup, "find_cutlass", lambda: None)
+    assert not any(path.endswith("sm90.cu") for path in sources(["8.0", "9.0a"]))

@@ -1,54 +1,40 @@
-// Newton-Schulz orthogonalisation of one matrix M (m x n), Keller Jordan's Muon iteration
-// (arXiv 2502.16982, Algorithm 1):
+// Newton-Schulz orthogonalisation of batches of matrices, the operator megatron_ext::newton_schulz.
 //
 //   X_0 = M / ||M||_F,   X <- a X + (b A + c A^2) X,   A = X X'
 //
-// Shared by the CPU and the CUDA module.
+// (Keller Jordan's Muon; arXiv 2502.16982, Algorithm 1.) Gram form: the steps are cut into
+// segments. Within one, only n x n matrices are computed, n being the short side:
+//
+//   R = X X', Q = I;  each step:  Y = b R + c R^2,  Q <- a Q + Q Y,  R <- R (a I + Y)^2
+//
+// and X <- Q X at its end. All of them are polynomials of R, hence symmetric, and each product is
+// computed once for both triangles. A new segment (a restart) computes R anew: within a segment,
+// rounding errors in directions where X is zero grow by a^2 a step, in X they cannot arise.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/util/Exception.h>
+#include <c10/util/ArrayRef.h>
 
-#include <algorithm>
-#include <array>
+#include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace megatron_ext {
 
-// (a, b, c) of one step.
-using Coefficients = std::array<double, 3>;
+// x[i] and out[i] have the same shape (..., m, n), possibly empty, and all the same floating-point
+// dtype; x of any strides, out contiguous and apart from x. `coefficients` holds (a, b, c) for
+// every step, `segments` how many steps each segment has, `square_segments` the same for squares.
+// `workspace`, if given, is contiguous, uint8 and has at least the size of
+// newton_schulz_workspace_cpu/cuda's. A matrix with a NaN or infinite entry gives all NaN; if
+// raise_nonfinite, c10::ValueError then names these matrices.
+void newton_schulz_cpu(at::TensorList x, at::TensorList out,
+                       const std::optional<at::Tensor>& workspace,
+                       c10::ArrayRef<double> coefficients, at::IntArrayRef segments,
+                       at::IntArrayRef square_segments, bool raise_nonfinite);
 
-// Both take a strided fp32 matrix of any strides, possibly empty, and return a new contiguous
-// matrix of the same shape without a gradient; the input is not modified. `steps` holds one triple
-// a step. A zero matrix gives zero. For k with finite 2^k M, f(2^k M) = f(M) bit by bit.
-
-// Throws std::invalid_argument if an entry is NaN or infinite.
-at::Tensor newton_schulz_cpu(const at::Tensor& matrix, const std::vector<Coefficients>& steps);
-
-// Runs on the current stream without waiting for it, so non-finite entries are not reported: they
-// make the whole result NaN.
-at::Tensor newton_schulz_cuda(const at::Tensor& matrix, const std::vector<Coefficients>& steps);
-
-inline void check_arguments(const at::Tensor& matrix, const std::vector<Coefficients>& steps,
-                            at::DeviceType device) {
-  TORCH_CHECK(matrix.device().type() == device, "newton_schulz: expected a ", device,
-              " tensor, got one on ", matrix.device());
-  TORCH_CHECK(matrix.scalar_type() == at::kFloat, "newton_schulz: expected float32, got ",
-              matrix.scalar_type());
-  TORCH_CHECK(matrix.dim() == 2, "newton_schulz: expected 2 dimensions, got ", matrix.dim());
-  TORCH_CHECK(!steps.empty(), "newton_schulz: expected at least one step");
-}
-
-// The Gram matrix A is cheapest over the short side.
-inline bool is_tall(const at::Tensor& matrix) { return matrix.size(0) > matrix.size(1); }
-
-// A contiguous copy with the short side first. M and M' of any strides become the same bytes, so
-// all that follows gives the same bits for them.
-inline at::Tensor wide_copy(const at::Tensor& matrix) {
-  const auto [shorter, longer] = std::minmax({matrix.size(0), matrix.size(1)});
-  return at::empty({shorter, longer}, matrix.options())
-      .copy_(is_tall(matrix) ? matrix.t() : matrix);
-}
+// A workspace for x and the present number of threads; it does not depend on the segments.
+at::Tensor newton_schulz_workspace_cpu(const std::vector<at::Tensor>& x,
+                                       const std::vector<int64_t>& segments,
+                                       const std::vector<int64_t>& square_segments);
 
 }  // namespace megatron_ext
