@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def publish(rows: list[dict[str, Any]], path: Path | None, title: str) -> None:
         table.add_column(name)
     for row in rows:
         table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console().print(table)
+    # A pipe has no width; rich would take 80 and wrap.
+    Console(width=None if sys.stdout.isatty() else 240).print(table)
     if path:
         machine = {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()}
         packages = ("torch", "megatron-core", "megatron-ext")

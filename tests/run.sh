@@ -8,7 +8,7 @@ bin=$VENV/bin
 "$bin/ruff" check .
 "$bin/black" --quiet --check . || { "$bin/black" --check .; exit 1; }
 "$bin/mypy"
-find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | sort |
+find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | sort |
   xargs "$bin/clang-format" --dry-run -Werror
 for script in launch/*.sh tests/*.sh; do bash -n "$script"; done
 

@@ -104,8 +104,9 @@ struct Plan {
   int64_t total;  // T in the whole workspace
 };
 
-// Below this, a matrix is done before a second thread would have begun.
-constexpr double kWorthSharing = 4e6;
+// Below this, between 128 x 512 and 256 x 512, starting the other threads for every product costs
+// as much as they save.
+constexpr double kWorthSharing = 2e7;
 
 template <class T>
 Plan make_plan(const std::vector<Shape>& shapes) {
