@@ -25,6 +25,8 @@ from megatron_ext.muon.newton_schulz import (
     newton_schulz_reference,
 )
 
+SIMPLE = COEFFICIENTS["simple"][0]
+
 SHAPES = (
     (1, 1024, 1024),
     (1, 2048, 2048),
@@ -109,8 +111,7 @@ def check_no_synchronisation() -> None:
 
 def torch_loop(x: torch.Tensor) -> list[torch.Tensor]:
     """torch's routine takes one matrix, and bf16 ones in place: it is given copies."""
-    simple = COEFFICIENTS["simple"]
-    return [_muon._zeropower_via_newtonschulz(matrix.clone(), simple, 5, 1e-7) for matrix in x]
+    return [_muon._zeropower_via_newtonschulz(matrix.clone(), SIMPLE, 5, 1e-7) for matrix in x]
 
 
 def gram_newton_schulz() -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -118,7 +119,7 @@ def gram_newton_schulz() -> Callable[[torch.Tensor], torch.Tensor] | None:
         from gram_newton_schulz import GramNewtonSchulz
 
         return GramNewtonSchulz(
-            ns_coefficients=[list(COEFFICIENTS["simple"])] * 5,
+            ns_coefficients=[list(SIMPLE)] * 5,
             gram_newton_schulz_reset_iterations=[2],
         )
     except Exception as error:  # Its kernels ask for packages and GPUs of their own.

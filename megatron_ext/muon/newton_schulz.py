@@ -69,8 +69,10 @@ def newton_schulz(
     """Orthogonalises a matrix, a batch of them, or a list of either.
 
     Each matrix is treated on its own: its result has the same bits for any batch it is in, any
-    number of threads, any strides, and whether it or its transpose is given. ``f(2**k * x)`` equals
-    ``f(x)`` bit by bit as long as ``2**k * x`` is exact. A zero matrix gives zero.
+    number of threads, any strides, and whether it or its transpose is given. (On CUDA, the
+    transpose of a square may be rounded differently, and so may float32 and float64 in another
+    batch, as cuBLAS likes.) ``f(2**k * x)`` equals ``f(x)`` bit by bit as long as ``2**k * x`` is
+    exact. A zero matrix gives zero.
 
     Args:
         x: (..., m, n), or a sequence of such tensors of mixed shapes with one dtype and device:
@@ -135,9 +137,10 @@ def newton_schulz(
 def newton_schulz_workspace(
     x: Tensor | Sequence[Tensor], *, steps: int = 5, restarts: int | None = None
 ) -> Tensor:
-    """Memory for :func:`newton_schulz` on x or on anything not larger, uint8 on x's device.
+    """Memory for :func:`newton_schulz` on tensors of these shapes and dtype, uint8 on x's device.
 
-    On a CPU it is made for the present number of threads.
+    On a CPU it is made for the present number of threads. One for several calls, each with its own
+    shapes, is the largest of theirs.
 
     Raises:
         TypeError, ValueError, ImportError: as :func:`newton_schulz`.

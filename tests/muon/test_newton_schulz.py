@@ -410,9 +410,8 @@ def test_the_batch_changes_no_bit(count, shape, threads):
         assert torch.equal(y[index], newton_schulz(x[index]))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_square_and_its_transpose_have_the_same_bits(device):
-    x = matrix(37, 37).to(device)
+def test_a_square_and_its_transpose_have_the_same_bits():
+    x = matrix(37, 37)
     x[0, 1] = x[1, 0]  # the first pair does not tell them apart
     assert torch.equal(newton_schulz(x.T), newton_schulz(x).T)
     assert torch.equal(newton_schulz(-x), -newton_schulz(x))
